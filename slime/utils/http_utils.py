@@ -4,10 +4,11 @@ Invariants:
 - At most `max_connections` requests of `post` are in flight; there is no smaller hidden pool. Control requests
   (`get`, `post_control`) are not counted: an abort must pass while every generation slot is busy.
 - Proxies of the environment are ignored.
-- Connection errors, answers that are not HTTP, 429 and 5xx are tried again after one second, up to the limit; but a server of
-  others that earlier requests have not reached for as long is tried once. Every other status from 400 on fails at once with the
-  body of the answer. So does a request that exceeds its total time, or whose URL, or that of a redirect, is none. Nothing else
-  retries: neither the router nor the caller. All attempts bear one `X-Request-Id`.
+- Connection errors, answers that are not HTTP, 429, 5xx, and 408 of our router, in whose queue the request stood for too long,
+  are tried again after one second, up to the limit; but a server of others that earlier requests have not reached for as long
+  is tried once. Every other status from 400 on fails at once with the body of the answer. So does a request that exceeds its
+  total time, or whose URL, or that of a redirect, is none. Nothing else retries: neither the router nor the caller.
+  All attempts bear one `X-Request-Id`.
 - If dead engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that
   failed because one died does not count. A request that outlives several is suspected of ending them, and fails.
 - An answer that is parsed in a thread (`post_generate`) is parsed after its slot and its connection are free again.
@@ -528,7 +529,8 @@ def is_news(url: str, status: int | None) -> bool:
 
 
 def _status_error(method: str, url: str, status: int, content: bytes) -> HttpError:
-    body, kind = content.decode("utf-8", "replace"), _FailedForNow if status == 429 or status >= 500 else HttpError
+    passes = status == 429 or status >= 500 or (status == 408 and _is_trusted(url))
+    body, kind = content.decode("utf-8", "replace"), _FailedForNow if passes else HttpError
     if not env.debug_enabled():
         body = body[:_BODY_CHARACTERS_IN_MESSAGES]
     return kind(f"{method} {url} answered {status}: {body}", url=url, status=status, body=body)

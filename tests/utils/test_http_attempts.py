@@ -40,6 +40,22 @@ def test_attempts_are_a_second_apart_and_sixty_at_most(monkeypatch, ask):
     assert times == [float(second) for second in range(60)]
 
 
+def test_what_the_queue_of_a_router_gave_up_is_tried_again(monkeypatch):
+    """It answers 408 then. That of others says that the request itself takes too long there."""
+    forget_everything(monkeypatch)
+
+    async def main():
+        seen, elsewhere = [], []
+        async with serving(answering([408], seen)) as router, serving(answering([408], elsewhere)) as other:
+            init_http_client(make_args(sglang_router_ip="127.0.0.1", sglang_router_port=int(router.rpartition(":")[2])))
+            assert await post(f"{router}/generate", {}) == {"status": 200}
+            with pytest.raises(HttpError, match="answered 408"):
+                await post(f"{other}/generate", {})
+        return len(seen), len(elsewhere)
+
+    assert asyncio.run(main()) == (2, 1)
+
+
 @pytest.mark.parametrize("models", [0, 1, 3])
 def test_a_function_may_ask_each_model_as_often_at_a_time_as_one(monkeypatch, models):
     forget_everything(monkeypatch)

@@ -120,7 +120,8 @@ NETWORK = Group("network and buffer service", (
     # Requests
     flag("--http-request-timeout", float, 14400.0, "limit of one generation, filter or data-source call, s", bounds=ABOVE_ZERO),
     flag("--http-control-timeout", float, 300.0, "time limit of one control request, in seconds", bounds=SECONDS),
-    flag("--http-max-retries", int, 60, "attempts of a request, 1 s apart; connection errors, 429, 5xx", bounds=AT_LEAST_ONE),
+    flag("--http-max-retries", int, 60, "attempts of a request, 1 s apart; connection errors, 429, 5xx, 408 of the router",
+        bounds=AT_LEAST_ONE),
     flag("--abort-timeout", float, 300.0, "time limit for ending the requests and tasks of a step, in seconds; the step does "
         "not wait for later ones", bounds=ABOVE_ZERO),
     switch("--use-distributed-post", "send requests by --num-gpus-per-node client processes on every node, in turn"),
