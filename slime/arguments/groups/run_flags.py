@@ -349,8 +349,8 @@ SERVING = Group("SGLang engines and router", (
         "starting one; needs --sglang-router-port. It must not serve engines of others", metavar="ADDRESS"),
     flag("--sglang-router-port", int, None, "port of the router of --sglang-router-ip"),
     flag("--sglang-router-request-timeout-secs --router-request-timeout-secs", int, 14400, "seconds that our router gives one "
-        "request. A router of --sglang-router-ip keeps its own limit; --http-request-timeout is the limit of our client",
-        bounds=AT_LEAST_ONE),
+        "request; unset: --http-request-timeout, the limit of our client, where that is more. A router of --sglang-router-ip "
+        "keeps its own limit", bounds=AT_LEAST_ONE),
     flag("--router-policy --sglang-router-policy --sglang-router-strategy", str, None, "how the router chooses the engine of a "
         "request; unset: its own default, cache_aware. consistent_hashing: by its session. power_of_two is refused",
         "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"),
