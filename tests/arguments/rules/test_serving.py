@@ -162,6 +162,14 @@ def test_a_model_of_a_type_that_nobody_knows_has_stages_if_its_head_is_its_own()
             "--router-health-check-interval-secs 3 --router-health-failure-threshold 2",
             "--router-health-failure-threshold, --router-health-check-interval-secs: .* --no-router-disable-health-check",
         ),
+        (
+            "--router-queue-size 9 --router-rate-limit-tokens-per-second 2 --router-max-concurrent-requests 0",
+            "--router-queue-size, --router-rate-limit-tokens-per-second: no effect .*; add --router-max-concurrent-requests",
+        ),
+        (
+            "--router-balance-abs-threshold 9 --router-max-tree-size 9 --router-policy round_robin",
+            "--router-balance-abs-threshold, --router-max-tree-size: no effect .*; add --router-policy cache_aware",
+        ),
         ("--router-retry-max-retries 3 --router-disable-retries", "--router-retry-max-retries: .* --no-router-disable-retries"),
         (
             "--router-policy power_of_two --rollout-num-gpus 2",
@@ -242,6 +250,9 @@ def test_what_sglang_cannot_do_together_is_refused_with_its_reason(tmp_path, wor
         "--router-prefill-policy random --rollout-external-engine-addrs a:1 b:1 --dry-run",
         "--prefill-num-servers 1 --rollout-num-gpus 2 --sglang-router-ip 10.0.0.1 --sglang-router-port 80",
         "--router-cb-failure-threshold 3 --no-router-disable-circuit-breaker --router-backend sglang",
+        "--router-queue-timeout-secs 9 --router-max-concurrent-requests 64 --router-cache-threshold 0.5",
+        "--prefill-num-servers 1 --rollout-num-gpus 2 --router-cache-threshold 0.5 --router-policy random "
+        "--router-prefill-policy cache_aware",
         "--no-sglang-skip-tokenizer-init",
     ],
 )
