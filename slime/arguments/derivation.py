@@ -101,6 +101,10 @@ def _model_values(args: argparse.Namespace, violations: list[Violation]) -> None
 
 def _engines(args: argparse.Namespace, violations: list[Violation]) -> None:
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
+    limit = "sglang_router_request_timeout_secs"
+    if limit not in args.typed_flags:
+        # An answer that the router ends before the client does is begun anew.
+        setattr(args, limit, max(vars(args)[limit], math.ceil(args.http_request_timeout)))
     args.served_models = None
     if args.sglang_config is not None and args.has_engines:
         # Read once, because the processes of the run may be on machines without the file.

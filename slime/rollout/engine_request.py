@@ -26,7 +26,7 @@ from slime.utils.async_utils import SingleFlight
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.engine_protocol import within_budget
 from slime.utils.errors import RunError, UserError
-from slime.utils.http_utils import HttpError, post_generate, post_generate_stream
+from slime.utils.http_utils import ROUTING_KEY, HttpError, post_generate, post_generate_stream
 from slime.utils.misc import SingletonMeta
 from slime.utils.ports import engine_urls, host_for_url
 from slime.utils.sample_fields import KEPT_IDS, finish_type, held, token_array
@@ -198,8 +198,9 @@ async def _addressed(
     """The URL that a request goes to, the request as the engines there take it, and what else there is to say about it to
     `post_generate`."""
     url, ids = get_model_url(args, model_name), current_call().request_ids
-    session = sample.session_id if args.router_policy == "consistent_hashing" else None
-    headers = {"X-SMG-Routing-Key": session} if session else None
+    policies = (args.router_policy, args.router_prefill_policy, args.router_decode_policy)
+    session = sample.session_id if "consistent_hashing" in policies else None
+    headers = {ROUTING_KEY: session} if session else None
     engine = None
     asked = frozenset(filter(payload.get, _ANSWERED_BY))
     if asked:

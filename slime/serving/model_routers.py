@@ -178,8 +178,7 @@ def start_router(
 
     One that runs already may serve engines that are `ours`, and no others (None: any); it is that of the first model.
 
-    The router starts beside whatever the caller does next (engines, usually). One that compares two engines for every request
-    refuses to start without them: it starts with the first ones that it is told of. Its log is `{log_dir}/router.log`; of model
+    The router starts beside whatever the caller does next (engines, usually). Its log is `{log_dir}/router.log`; of model
     `number`, counted from 0, `router_{number}.log`. With engines of the `roles` prefill and decode it asks one of each for
     every request; one that runs already must do so, too.
 

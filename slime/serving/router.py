@@ -26,7 +26,7 @@ from typing import Any
 import requests
 
 from slime.serving.fleet import why_no_router_follows
-from slime.serving.router_process import environment_of_router, lacks_engines, told_at_start
+from slime.serving.router_process import environment_of_router
 from slime.utils.child_process import ChildProcess
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
@@ -107,8 +107,6 @@ class RouterHandle:
     # The directory of the arguments of the next start, and these arguments.
     _scratch: Path | None = None
     _fields: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Its process starts with its first engines, and has not started yet: it has no worker, and must get no requests.
-    _waits: bool = False
     # The engines that it is to have, by URL; those of them that it lacks since it came back; and the ids of registrations.
     _told: dict[str, Worker] = dataclasses.field(default_factory=dict)
     _missing: frozenset[str] = frozenset()
@@ -127,8 +125,6 @@ class RouterHandle:
     _changing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     # When many engines die at once, as many threads want to know which ones it lists.
     _listing: SharedAnswer = dataclasses.field(default_factory=SharedAnswer)
-    # Held while it starts with its first engines: whoever tells it of others meanwhile waits until it answers.
-    _opening: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
@@ -136,13 +132,11 @@ class RouterHandle:
         return f"http://{host_for_url(self.ip)}:{self.port}"
 
     def wait_ready(self, timeout: float = _START_SECONDS) -> None:
-        """Return when the router answers; at once where it starts with its first engines only.
+        """Return when the router answers.
 
         Raises:
             RunError: our router ended or did not answer in time; holds the last lines of its log.
         """
-        if self._waits:
-            return
         deadline = time.monotonic() + timeout
         try:
             while not self._answers(deadline):
@@ -169,7 +163,7 @@ class RouterHandle:
         come back: nobody has to wait for it."""
         if not self.comes_back:
             return True
-        if self._waits or not self._is_back.is_set() or self.process.poll() is not None:
+        if not self._is_back.is_set() or self.process.poll() is not None:
             return False
         if not (missing := self._missing):
             return True
@@ -195,8 +189,6 @@ class RouterHandle:
         A router may list the data-parallel groups of an engine instead of the engine. Then the engine is healthy when all of
         them are, and its `id` is that of its registration: by the id of a group the router takes nothing out.
         """
-        if self._waits:
-            return []
         engines: dict[str, dict[str, Any]] = {}
         with _told_in(self._call("GET", "/workers", None, deadline)) as listed:
             for worker in listed["workers"]:
@@ -229,20 +221,9 @@ class RouterHandle:
         self._although_it_dies(lambda: self._register(workers, timeout))
 
     def _register(self, workers: Sequence[Worker], timeout: float) -> None:
-        with self._opening:
-            knows_them, told = self._waits, list(self._told.values())
-            if self._waits:
-                if lacks_engines(self._fields, told):
-                    return
-                self._waits = False
-                with self._meeting_obstacles():
-                    self._launch(told_at_start(told))
-                self.wait_ready(timeout)
-        # Counted from here: a start had its own time.
-        deadline, new = time.monotonic() + timeout, []
-        if not knows_them:
-            listed = self._listed(deadline)
-            new = [worker for worker in workers if worker.url not in listed]
+        deadline = time.monotonic() + timeout
+        listed = self._listed(deadline)
+        new = [worker for worker in workers if worker.url not in listed]
         reasons = dict(zip((worker.url for worker in new), self._tell(new, deadline), strict=True))
         reasons = {url: reason for url, reason in reasons.items() if reason is not None}
         accepted = {worker.url for worker in workers} - reasons.keys()
@@ -364,7 +345,7 @@ class RouterHandle:
         may be waiting for requests that hang."""
         session, asked = session_with(None), time.monotonic()
         while not self._ending.wait(min(_LOOK_SECONDS, _WATCH_SECONDS)):
-            if not self._waits and self.process.poll() is None and time.monotonic() - asked >= _WATCH_SECONDS:
+            if self.process.poll() is None and time.monotonic() - asked >= _WATCH_SECONDS:
                 try:
                     # Any status will do: it answers.
                     session.get(f"{self.url}/health", timeout=_WATCH_TIMEOUT_SECONDS)
@@ -392,9 +373,8 @@ class RouterHandle:
             try:
                 self._start_again()
                 self._is_back.set()
-                if not self._waits:
-                    count = len(self._told.keys() - self._missing)
-                    logger.info("there is a router at %s again, with %d engines", self.url, count)
+                count = len(self._told.keys() - self._missing)
+                logger.info("there is a router at %s again, with %d engines", self.url, count)
                 return
             except _Obstacle as obstacle:
                 self._gave_up = f"{fault}\nno other router takes its place: {obstacle}"
@@ -426,7 +406,7 @@ class RouterHandle:
                     raise _Obstacle(f"for {_OBSTACLE_SECONDS:g} s, {told}") from None
 
     def _launch_again(self) -> None:
-        """Start another process at the same address; one that starts with its first engines starts when it is told of them.
+        """Start another process at the same address.
 
         Raises:
             _Obstacle: something keeps it from that.
@@ -437,10 +417,9 @@ class RouterHandle:
             raise _Obstacle(f"another process has taken its port, {self.port} (`ss -ltnp` names it); end that process")
         with self._meeting_obstacles():
             self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
-            self._late, self._waits, self._missing = 0, lacks_engines(self._fields), frozenset()
+            self._late, self._missing = 0, frozenset()
             self._registered.clear()
-            if not self._waits:
-                self._launch()
+            self._launch()
 
     @contextlib.contextmanager
     def _meeting_obstacles(self) -> Iterator[None]:
@@ -468,7 +447,7 @@ class RouterHandle:
             self._register(workers, timeout)
             return frozenset()
         except RunError as error:
-            if isinstance(error, _Obstacle) or self._fault():
+            if self._fault():
                 raise
             # Engines that answer get requests. Whether the others live is the owner's business.
             logger.log(level, "the router lacks engines: %s", error)
@@ -492,10 +471,10 @@ class RouterHandle:
             if worker.url not in self._missing:
                 logger.info("the router %s has the engine %s again", self.url, worker.url)
 
-    def _launch(self, told: Mapping[str, Any] | None = None) -> None:
+    def _launch(self) -> None:
         arguments_file = self._scratch / _ARGUMENTS_FILE
         with os.fdopen(os.open(arguments_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({**self._fields, **(told or {})}, file)
+            json.dump(self._fields, file)
         with self._changing:
             if self._ending.is_set():
                 raise RunError("the router ends with the run")
@@ -569,10 +548,9 @@ def launch_router(
     process, scratch = _new_process(name, log_path)
     place = reservations[0]
     router = RouterHandle(place.host, place.port, api_key, process, _scratch=scratch, _fields=fields)
-    router._reservations, router._waits = reservations, lacks_engines(fields)
-    if not router._waits:
-        with router._meeting_obstacles():
-            router._launch()
+    router._reservations = reservations
+    with router._meeting_obstacles():
+        router._launch()
     return router
 
 

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from slime.utils.ports import host_for_url
 
 if TYPE_CHECKING:
     from slime.arguments.surface import FlagSpec
-    from slime.serving.router import Worker
 
 # Where our default differs from the router's. Circuit breaker and health checks are off: a slow engine must not be taken
 # for a dead one, and dead ones are removed by their owner. Who sends a request tries again, and the router does not: one that
@@ -42,10 +40,6 @@ OUR_DEFAULTS: dict[str, Any] = {
     "worker_startup_check_interval": 1,
     "shutdown_grace_period_secs": 1,
 }
-# The policy that compares two engines for every request; which flags may name it, and the role of the engines that each of them
-# speaks of (empty: any).
-_POWER_OF_TWO = "power_of_two"
-_POLICIES = {"policy": "", "prefill_policy": "prefill", "decode_policy": "decode"}
 # What sglang_router 0.3.2 misses without engines, where it asks one that prefills and one that decodes for every request.
 NO_PAIRS = "no_prefill_servers"
 # Set by `--sglang-router-request-timeout-secs`, which `--router-request-timeout-secs` is another spelling of.
@@ -87,23 +81,6 @@ def environment_of_router() -> dict[str, str]:
     router takes the star for the names of hosts.
     """
     return {name: value for name, value in environment_for_python().items() if not name.lower().endswith("_proxy")}
-
-
-def lacks_engines(fields: dict[str, Any], workers: Sequence[Worker] = ()) -> bool:
-    """Whether a router with these arguments refuses to start with no other engines than these."""
-    roles = {worker.role for worker in workers} | ({""} if workers else set())
-    return any(fields.get(policy) == _POWER_OF_TWO and role not in roles for policy, role in _POLICIES.items())
-
-
-def told_at_start(workers: Sequence[Worker]) -> dict[str, Any]:
-    """The fields of `RouterArgs` with which a router knows these engines from its start."""
-    told = {
-        "worker_urls": [worker.url for worker in workers],
-        "prefill_urls": [(worker.url, worker.bootstrap_port) for worker in workers if worker.role == "prefill"],
-        "decode_urls": [worker.url for worker in workers if worker.role == "decode"],
-    }
-    # One that compares two refuses to start with one, which may be all that is left: told of twice, it is compared with itself.
-    return {name: own * 2 if len(own) == 1 else own for name, own in told.items()}
 
 
 def describe() -> list[FlagSpec]:
@@ -170,8 +147,6 @@ def _serve(arguments_file: Path) -> None:
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
-    # JSON has made lists of the pairs.
-    fields["prefill_urls"] = [tuple(worker) for worker in fields.get("prefill_urls", ())]
     Router.from_args(RouterArgs(**fields)).start()
 
 

@@ -4,14 +4,16 @@ Invariants:
 - At most `max_connections` requests of `post` are in flight; there is no smaller hidden pool. Control requests
   (`get`, `post_control`) are not counted: an abort must pass while every generation slot is busy.
 - Proxies of the environment are ignored.
-- Connection errors, answers that are not HTTP, 429 and 5xx are tried again after one second, up to the limit; but a server of
-  others that earlier requests have not reached for as long is tried once. Every other status from 400 on fails at once with the
-  body of the answer. So does a request that exceeds its total time, or whose URL, or that of a redirect, is none. Nothing else
-  retries: neither the router nor the caller. All attempts bear one `X-Request-Id`.
+- Connection errors, answers that are not HTTP, 429, 5xx, and 408 of our router, in whose queue the request stood for too long,
+  are tried again after one second, up to the limit; but a server of others that earlier requests have not reached for as long
+  is tried once. Every other status from 400 on fails at once with the body of the answer. So does a request that exceeds its
+  total time, or whose URL, or that of a redirect, is none. Nothing else retries: neither the router nor the caller.
+  All attempts bear one `X-Request-Id`.
 - If dead engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that
   failed because one died does not count. A request that outlives several is suspected of ending them, and fails.
 - An answer that is parsed in a thread (`post_generate`) is parsed after its slot and its connection are free again.
-- The bearer token travels only to the router and the engines of this run, and appears in no message.
+- The bearer token travels only to the router and the engines of this run, and appears in no message. A request to them that has
+  no `ROUTING_KEY` gets one of its own: a router hashes the token instead, which all share, and would ask one engine alone.
 - Other processes may send for this one (`send_through`). Each makes the exchange of one attempt, for generation that is not
   streamed. All of the above still holds, except that such a process parses the answer itself.
 """
@@ -49,6 +51,8 @@ from slime.utils.ports import is_port_available as is_port_available
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 1.0
+# The header by which a router with `consistent_hashing` chooses an engine.
+ROUTING_KEY = "X-SMG-Routing-Key"
 # A request fails when so many engines died under it; fewer may have died of other requests.
 SURVIVED_ENGINES = 5
 _SUPPLY_POLL_SECONDS = 0.2
@@ -427,11 +431,13 @@ async def _send(
 ) -> Any:
     """The result of `receive` for the answer, which by default is parsed. Each attempt first waits for `ready`, and then may
     take `limit` seconds."""
-    request_id, api_key = unique_hex(), _settings.api_key if _is_trusted(url) else None
-    token = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    headers = {"X-Request-Id": request_id, **token, **(headers or {})}
+    request_id, trusted, headers = unique_hex(), _is_trusted(url), headers or {}
+    ours = {"Authorization": f"Bearer {_settings.api_key}"} if trusted and _settings.api_key is not None else {}
+    if trusted and ROUTING_KEY.lower() not in map(str.lower, headers):
+        ours[ROUTING_KEY] = request_id
+    headers = {"X-Request-Id": request_id, **ours, **headers}
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
-    if not _is_trusted(url) and outages.seconds(origin_of(url)) > attempts * RETRY_DELAY_S:
+    if not trusted and outages.seconds(origin_of(url)) > attempts * RETRY_DELAY_S:
         attempts = 1
     attempt, survived = 1, 0
     while True:
@@ -523,7 +529,8 @@ def is_news(url: str, status: int | None) -> bool:
 
 
 def _status_error(method: str, url: str, status: int, content: bytes) -> HttpError:
-    body, kind = content.decode("utf-8", "replace"), _FailedForNow if status == 429 or status >= 500 else HttpError
+    passes = status == 429 or status >= 500 or (status == 408 and _is_trusted(url))
+    body, kind = content.decode("utf-8", "replace"), _FailedForNow if passes else HttpError
     if not env.debug_enabled():
         body = body[:_BODY_CHARACTERS_IN_MESSAGES]
     return kind(f"{method} {url} answered {status}: {body}", url=url, status=status, body=body)

@@ -56,6 +56,20 @@ def test_limits_follow_from_the_context(tmp_path):
     assert (args.rollout_max_prompt_len, args.eval_max_context_len) == (99, 100)
 
 
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        ("", 14400),
+        ("--http-request-timeout 60", 14400),
+        ("--http-request-timeout 20000.5", 20001),
+        ("--http-request-timeout 20000 --sglang-router-request-timeout-secs 14400", 14400),
+    ],
+)
+def test_our_router_gives_a_request_as_long_as_its_client_unless_it_is_told_otherwise(tmp_path, words, seconds):
+    """It would end a longer answer, which the client then begins anew."""
+    assert parse(tmp_path, *words.split()).sglang_router_request_timeout_secs == seconds
+
+
 def test_a_nucleus_is_told_of_a_limited_top_k(tmp_path):
     args = parse(tmp_path, "--rollout-top-p", "0.9")
     assert (args.rollout_top_k, args.origins["rollout_top_k"]) == (2048, Origin.DERIVED)

@@ -110,12 +110,13 @@ def asked(server):
     return [request for request in server.requests if request["sampling_params"]["max_new_tokens"] > 1]
 
 
+@pytest.mark.parametrize("flag", ["router_policy", "router_prefill_policy", "router_decode_policy"])
 @pytest.mark.parametrize("policy", [None, "cache_aware", "consistent_hashing"])
-def test_sessions_are_told_to_routers_that_keep_them_together_alone(servers, policy):
+def test_sessions_are_told_to_routers_that_keep_them_together_alone(servers, flag, policy):
     router, _, args = servers
-    args.router_policy = policy
+    setattr(args, flag, policy)
     run(ask_engine(args, Sample(index=0, session_id="a"), payload()))
-    assert router.headers[-1].get("X-SMG-Routing-Key") == ("a" if policy == "consistent_hashing" else None)
+    assert (router.headers[-1].get("X-SMG-Routing-Key") == "a") is (policy == "consistent_hashing")
 
 
 def test_requests_for_experts_are_spread_over_the_engines_of_a_router_that_drops_them(servers):

@@ -1,4 +1,5 @@
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import http.server
@@ -19,13 +20,15 @@ from sglang_router.router_args import RouterArgs
 
 from slime.arguments.surface import FlagSpec, add_flag, load_surface
 from slime.serving import router as router_module
-from slime.serving.model_routers import refuse_other_workers, start_router
+from slime.serving.model_routers import start_router
 from slime.serving.router import EnginesLacking, RouterHandle, Worker
 from slime.serving.router_process import OUR_DEFAULTS, compute_router_fields
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
+from slime.utils.http_utils import close_http_client, init_http_client, post
 from slime.utils.ports import reserve_port
 from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.http_server import forget_everything, make_args
 from tests.support.processes.waiting import wait_until
 
 BEARER = {"Authorization": "Bearer s3cret"}
@@ -138,39 +141,9 @@ def test_a_router_that_hangs_is_told_of_until_it_answers_again(tmp_path, monkeyp
     assert router.trouble().startswith("the router died: ")
 
 
-def test_with_power_of_two_a_router_starts_when_it_is_told_of_its_engines(tmp_path):
-    """It refuses to start without two of them, and goes on when one is left."""
-    request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
-
-    def generates(router):
-        return requests.post(f"{router.url}/generate", json=request, headers=BEARER, timeout=30).json()["text"]
-
-    args = SimpleNamespace(router_policy="power_of_two", router_api_key="s3cret", router_log_level="warn")
-    with FakeGenerateServer() as first, FakeGenerateServer() as second:
-        router = start_router(args, tmp_path)
-        try:
-            router.wait_ready(60)
-            assert router.process.pid is None and router.workers() == []
-            refuse_other_workers(router, [first.url, second.url])
-            router.add_workers([Worker(first.url), Worker(second.url)], 60, "s3cret")
-            assert {worker["url"] for worker in router.workers()} == {first.url, second.url}
-            assert [generates(router) for _ in range(40)] == ["FGH"] * 40
-            assert len(first.requests) > 0 < len(second.requests)
-            assert {told["Authorization"] for told in first.headers + second.headers} == {"Bearer s3cret"}
-            router.remove_workers([first.url])
-            before = len(second.requests)
-            assert generates(router) == "FGH" and len(second.requests) == before + 1
-            router.add_workers([Worker(first.url)], 60, "s3cret")
-            assert len(router.workers()) == 2
-        finally:
-            router.shutdown()
-    assert router.process.poll() is not None and not router._scratch.exists()
-
-
-@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
-def test_a_router_of_engines_with_roles_asks_one_of_each(tmp_path, policy):
+def test_a_router_of_engines_with_roles_asks_one_of_each(tmp_path):
     """They are told of each other: those that decode fetch the caches of a prompt at the port of the one that prefills it."""
-    args = SimpleNamespace(router_policy=policy, router_api_key="s3cret", router_log_level="warn")
+    args = SimpleNamespace(router_policy="round_robin", router_api_key="s3cret", router_log_level="warn")
     with FakeGenerateServer() as prefill, FakeGenerateServer(lambda payload: [75, 76]) as decode:
         router = start_router(args, tmp_path, roles=("prefill", "decode"))
         try:
@@ -193,12 +166,38 @@ def test_a_router_of_engines_with_roles_asks_one_of_each(tmp_path, policy):
             router.shutdown()
 
 
-def test_a_router_that_waits_for_its_engines_holds_its_ports_and_leaves_nothing(tmp_path):
-    router = start_router(SimpleNamespace(router_policy="power_of_two"), tmp_path)
+def test_a_router_that_hashes_spreads_what_belongs_to_no_session(tmp_path, monkeypatch):
+    """All requests of a run bear the same token, which it hashes for lack of a key."""
+    forget_everything(monkeypatch)
+    request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+    args = SimpleNamespace(router_policy="consistent_hashing", router_api_key="s3cret", router_log_level="warn")
+
+    async def ask(url, keys):
+        for key in keys:
+            await post(f"{url}/generate", request, headers=key and {"X-SMG-Routing-Key": key})
+        await close_http_client()
+
+    with FakeGenerateServer() as first, FakeGenerateServer() as second:
+        router = start_router(args, tmp_path)
+        try:
+            router.wait_ready(60)
+            router.add_workers([Worker(first.url), Worker(second.url)], 60)
+            address = {"sglang_router_ip": router.ip, "sglang_router_port": router.port}
+            init_http_client(make_args(router_api_key="s3cret", **address))
+            asyncio.run(ask(router.url, [None] * 40))
+            assert len(first.requests) > 0 < len(second.requests)
+            first.requests.clear(), second.requests.clear()
+            asyncio.run(ask(router.url, ["session"] * 5))
+            assert sorted(len(server.requests) for server in (first, second)) == [0, 5]
+        finally:
+            router.shutdown()
+
+
+def test_a_router_that_is_told_to_start_holds_its_ports_and_leaves_nothing(tmp_path):
+    router = start_router(SimpleNamespace(router_policy="round_robin"), tmp_path)
     try:
         with pytest.raises(RunError, match="no free port"):
             reserve_port(router.ip, router.port, attempts=1)
-        router.remove_workers(["http://127.0.0.1:1"], 5)
     finally:
         router.shutdown()
     assert not router._scratch.exists()

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +31,7 @@ REQUEST = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
 
 @contextlib.contextmanager
 def running_router(directory, roles=("regular",), **flags):
-    """A router that comes back, when it answers or waits for its engines; it is gone afterwards."""
+    """A router that comes back, when it answers; it is gone afterwards."""
     given = {"router_policy": "round_robin", "router_log_level": "warn", "router_api_key": KEY, **flags}
     router = start_router(SimpleNamespace(**given), directory, roles=roles)
     router.comes_back = True
@@ -81,11 +80,10 @@ def test_another_router_has_the_address_the_key_and_the_engines_of_the_one_that_
     assert f"there is a router at {router.url} again, with 2 engines" in caplog.text
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
-def test_engines_with_roles_have_them_again(tmp_path, policy):
+def test_engines_with_roles_have_them_again(tmp_path):
     roles = ("prefill", "decode")
     with FakeGenerateServer() as prefill, FakeGenerateServer(lambda payload: [75, 76]) as decode:
-        with running_router(tmp_path, roles, router_policy=policy) as router:
+        with running_router(tmp_path, roles) as router:
             router.add_workers([Worker(prefill.url, "prefill", 15002), Worker(decode.url, "decode")], 60, KEY)
             kill(router)
             wait_until(router.serves)
@@ -95,61 +93,6 @@ def test_engines_with_roles_have_them_again(tmp_path, policy):
             assert listed == {prefill.url: ("prefill", 15002), decode.url: ("decode", None)}
             assert generated(router) == "KL"
             assert prefill.requests[-1]["bootstrap_port"] == 15002
-
-
-COMPARING = {
-    "any": (("regular",), {"router_policy": "power_of_two"}),
-    "prefill": (("prefill", "decode"), {"router_prefill_policy": "power_of_two"}),
-}
-
-
-@pytest.mark.parametrize("compared", COMPARING)
-@pytest.mark.parametrize("left", [1, 0])
-def test_one_that_compares_engines_comes_back_to_a_single_one_or_to_none(tmp_path, compared, left):
-    """The others are being replaced, say; a router refuses to start where it has nothing to compare."""
-    roles, flags = COMPARING[compared]
-    with contextlib.ExitStack() as stack:
-        router = stack.enter_context(running_router(tmp_path, roles, **flags))
-        servers = [stack.enter_context(FakeGenerateServer()) for _ in range(4)]
-        role_of = [roles[0], roles[0], roles[-1], roles[-1]]
-        first, second, *others = [
-            Worker(server.url, role, 15002 if role == "prefill" else None)
-            for server, role in zip(servers, role_of, strict=True)
-        ]
-        router.add_workers([first, second, *others], 60, KEY)
-        rest = others if compared == "prefill" else []
-        router.remove_workers([worker.url for worker in ([] if rest else others) + [first, second][left:]], 60)
-        kill(router)
-        wait_until(lambda: router.deaths == 1 and router._is_back.is_set())
-        assert router.serves() is bool(left) and router.trouble() is None
-        router.add_workers([first], 60, KEY)
-        # It started with the rest too, which nobody waits for.
-        wait_until(lambda: urls(router) == {worker.url for worker in [first, *rest]})
-        assert router.serves()
-        router.add_workers([second], 60, KEY)
-        assert urls(router) == {worker.url for worker in [first, second, *rest]}
-        assert [generated(router) for _ in range(20)] == ["FGH"] * 20
-        assert len(servers[0].requests) > 0 < len(servers[1].requests)
-        assert router.deaths == 1 and router.trouble() is None
-
-
-def test_two_that_tell_a_waiting_router_of_engines_at_once_start_one(tmp_path, monkeypatch):
-    """Say, two engines that are ready at the same time in the place of the last ones."""
-    both = threading.Barrier(2)
-    launch = RouterHandle._launch
-
-    def launch_when_the_other_would_too(router, told=None):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(1.0)
-        launch(router, told)
-
-    monkeypatch.setattr(RouterHandle, "_launch", launch_when_the_other_would_too)
-    with FakeGenerateServer() as first, FakeGenerateServer() as second:
-        with running_router(tmp_path, router_policy="power_of_two") as router, ThreadPoolExecutor(2) as threads:
-            told = [threads.submit(router.add_workers, [Worker(server.url)], 60, KEY) for server in (first, second)]
-            for result in told:
-                result.result(120)
-            assert urls(router) == {first.url, second.url} and router.deaths == 0
 
 
 def test_engines_that_come_and_go_while_there_is_no_router_are_told_to_the_next_one(tmp_path):
@@ -187,20 +130,13 @@ class BusyServer(FakeGenerateServer):
         return await super()._about(request)
 
 
-@pytest.mark.parametrize(
-    ("others", "policy"),
-    [
-        (0, "round_robin"),
-        pytest.param(1, "round_robin", marks=pytest.mark.slow),
-        pytest.param(1, "power_of_two", marks=pytest.mark.slow),
-    ],
-)
-def test_an_engine_that_was_busy_is_told_of_again(tmp_path, monkeypatch, others, policy, caplog):
+@pytest.mark.parametrize("others", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_engine_that_was_busy_is_told_of_again(tmp_path, monkeypatch, others, caplog):
     """Without it the router would have one engine less for the rest of the run, or none."""
     monkeypatch.setattr(router_module, "_START_SECONDS", 3.0)
     monkeypatch.setattr(router_module, "_WATCH_SECONDS", 1.0)
     caplog.set_level("INFO")
-    with BusyServer() as busy, FakeGenerateServer() as other, running_router(tmp_path, router_policy=policy) as router:
+    with BusyServer() as busy, FakeGenerateServer() as other, running_router(tmp_path) as router:
         router.add_workers([Worker(busy.url), *[Worker(other.url)] * others], 60, KEY)
         busy.busy = True
         kill(router)
@@ -374,25 +310,16 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "/disk/router.log")
 
 
 @pytest.mark.parametrize(
-    ("where", "lasts", "policy"),
+    ("where", "lasts"),
     [
-        # Any two of the three come together.
-        ("_new_process", False, "power_of_two"), ("_new_process", True, "round_robin"),
-        ("_launch", False, "round_robin"), ("_launch", True, "power_of_two"),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("_new_process", False, "round_robin"), ("_new_process", True, "power_of_two"),
-                ("_launch", False, "power_of_two"), ("_launch", True, "round_robin"),
-            )
-        ),
+        ("_new_process", True),
+        ("_launch", False),
+        pytest.param("_new_process", False, marks=pytest.mark.slow),
+        pytest.param("_launch", True, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
-def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeypatch, caplog, where, lasts, policy):
-    """More often than a router may die somebody looks for space, and the requests meanwhile are suspected of nothing.
-
-    A router of the second policy starts when it is told of its engines.
-    """
+)
+def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeypatch, caplog, where, lasts):
+    """More often than a router may die somebody looks for space, and the requests meanwhile are suspected of nothing."""
     monkeypatch.setattr(router_module, "_OBSTACLE_SECONDS", 0.0 if lasts else 60.0)
     monkeypatch.setattr(router_module, "_OBSTACLE_POLL_SECONDS", 0.01)
     owner_of_it = router_module if where == "_new_process" else RouterHandle
@@ -404,7 +331,7 @@ def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeyp
             raise FULL
         return start(*arguments)
 
-    with FakeGenerateServer() as engine, running_router(tmp_path, router_policy=policy) as router:
+    with FakeGenerateServer() as engine, running_router(tmp_path) as router:
         router.add_workers([Worker(engine.url)], 60, KEY)
         monkeypatch.setattr(owner_of_it, where, full_at_first)
         kill(router)
@@ -417,14 +344,13 @@ def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeyp
         assert router.deaths == 1 and caplog.messages.count(f"the router cannot start: {full}") == 1
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
-def test_a_first_start_on_a_full_disk_says_where_to_free_space(tmp_path, monkeypatch, policy):
+def test_a_first_start_on_a_full_disk_says_where_to_free_space(tmp_path, monkeypatch):
     def fail(*_):
         raise FULL
 
     monkeypatch.setattr(RouterHandle, "_launch", fail)
     with pytest.raises(RunError, match=r"\(/disk/router.log\); free space there"):
-        with running_router(tmp_path, router_policy=policy) as router:
+        with running_router(tmp_path) as router:
             router.add_workers([Worker("http://127.0.0.1:1")], 60, KEY)
 
 

@@ -38,7 +38,7 @@ from tools.bench.learning_curves import markdown
 from tools.serve_on_cpu import SERVE
 
 ROOT = Path(__file__).resolve().parents[2]
-# power_of_two is missing: a router with this policy only starts if it is given two engines at once.
+# Runs refuse power_of_two, the fifth policy.
 POLICIES = ("random", "round_robin", "cache_aware", "consistent_hashing")
 ENGINES = 2
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from slime.agent.trajectory import Message, TurnRecord
 from slime.utils.engine_protocol import within_budget
-from slime.utils.http_utils import HttpError, get, post_control, post_generate, trust_engine_urls
+from slime.utils.http_utils import ROUTING_KEY, HttpError, get, post_control, post_generate, trust_engine_urls
 from slime.utils.ports import engine_urls
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Engine:
             return TurnRecord(prompt_ids, [], "length")
         params = within_budget(sampling_params, budget)
         payload = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
-        ids, headers = _TurnIds(noted_ids), {"X-SMG-Routing-Key": session_id}
+        ids, headers = _TurnIds(noted_ids), {ROUTING_KEY: session_id}
         url, deadline = f"{self._base_url}/generate", time.monotonic() + READ_TIMEOUT_S
         asking = asyncio.create_task(post_generate(url, payload | self._request_fields, headers, request_ids=ids))
         try:

@@ -120,7 +120,8 @@ NETWORK = Group("network and buffer service", (
     # Requests
     flag("--http-request-timeout", float, 14400.0, "limit of one generation, filter or data-source call, s", bounds=ABOVE_ZERO),
     flag("--http-control-timeout", float, 300.0, "time limit of one control request, in seconds", bounds=SECONDS),
-    flag("--http-max-retries", int, 60, "attempts of a request, 1 s apart; connection errors, 429, 5xx", bounds=AT_LEAST_ONE),
+    flag("--http-max-retries", int, 60, "attempts of a request, 1 s apart; connection errors, 429, 5xx, 408 of the router",
+        bounds=AT_LEAST_ONE),
     flag("--abort-timeout", float, 300.0, "time limit for ending the requests and tasks of a step, in seconds; the step does "
         "not wait for later ones", bounds=ABOVE_ZERO),
     switch("--use-distributed-post", "send requests by --num-gpus-per-node client processes on every node, in turn"),
@@ -348,10 +349,10 @@ SERVING = Group("SGLang engines and router", (
         "starting one; needs --sglang-router-port. It must not serve engines of others", metavar="ADDRESS"),
     flag("--sglang-router-port", int, None, "port of the router of --sglang-router-ip"),
     flag("--sglang-router-request-timeout-secs --router-request-timeout-secs", int, 14400, "seconds that our router gives one "
-        "request. A router of --sglang-router-ip keeps its own limit; --http-request-timeout is the limit of our client",
-        bounds=AT_LEAST_ONE),
+        "request; unset: --http-request-timeout, the limit of our client, where that is more. A router of --sglang-router-ip "
+        "keeps its own limit", bounds=AT_LEAST_ONE),
     flag("--router-policy --sglang-router-policy --sglang-router-strategy", str, None, "how the router chooses the engine of a "
-        "request; unset: its own default, cache_aware. consistent_hashing: by its session. power_of_two needs two engines",
+        "request; unset: its own default, cache_aware. consistent_hashing: by its session. power_of_two is refused",
         "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"),
     flag("--router-api-key", str, None, "key that router and engines ask for; unset: one is generated for the run. Give that "
         "of the router of --sglang-router-ip if it has one. Never logged", metavar="KEY"),

@@ -35,12 +35,18 @@ from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
-# Router settings that have no effect while a switch is on: (prefix of the attributes, the switch, what it turns off).
-_SWITCHED_OFF = (
-    ("router_health_", "router_disable_health_check", "health checks"),
-    ("router_cb_", "router_disable_circuit_breaker", "circuit breaker"),
-    ("router_retry_", "router_disable_retries", "retries"),
-)
+_POLICIES = ("router_policy", "router_prefill_policy", "router_decode_policy")
+# Settings of our router without effect: (prefixes of the attributes, when, what gives them one).
+_WITHOUT_EFFECT = (
+    ("router_health_", lambda args: args.router_disable_health_check, "--no-router-disable-health-check"),
+    ("router_cb_", lambda args: args.router_disable_circuit_breaker, "--no-router-disable-circuit-breaker"),
+    ("router_retry_", lambda args: args.router_disable_retries, "--no-router-disable-retries"),
+    (("router_queue_", "router_rate_limit_"), lambda args: (args.router_max_concurrent_requests or 0) < 1,
+        "--router-max-concurrent-requests"),
+    (("router_cache_", "router_balance_", "router_eviction_", "router_max_tree_"),
+        lambda args: args.router_policy is not None and "cache_aware" not in map(vars(args).get, _POLICIES),
+        "--router-policy cache_aware"),
+)  # fmt: skip
 # Settings that also count with a router that somebody else started, because our client reads them.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
 _DRAFTED = tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
@@ -192,18 +198,6 @@ def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, engines=engines, numbers=numbers.get(engines, f"1 to {engines - 1}"))
 
 
-def engines_to_compare(args: argparse.Namespace) -> Iterator[Violation]:
-    """Our router with `power_of_two` compares two engines (of each role, if there are roles) and does not start with fewer."""
-    ours = served_models(args)[args.sglang_router_ip is not None :]
-    for name, role in (("router_policy", ""), ("router_prefill_policy", "prefill"), ("router_decode_policy", "decode")):
-        groups = [[group for group in model.groups if role in ("", group.worker_type)] for model in ours]
-        counts = [sum(group.num_engines for group in own) for own in groups if own or not role]
-        counts = [len(args.rollout_external_engine_addrs)] * len(ours) if args.rollout_external else counts
-        if vars(args)[name] == "power_of_two" and min(counts, default=2) < 2:
-            template = "{0=}: a router compares two engines then, and would have {fewest}; give more, or {0} random"
-            yield broken(args, template, flag_of(name), fewest=min(counts))
-
-
 def has_roles(args: argparse.Namespace) -> bool:
     """Whether engines of the run prefill and decode for each other."""
     return any(group.worker_type == "prefill" for group in served_groups(args))
@@ -217,12 +211,11 @@ def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
         template = "{0} has no effect on the router of {--sglang-router-ip=}, which has settings of its own; drop it"
         yield from (broken(args, template, flag_of(name)) for name in typed if name not in _OF_ANY_ROUTER)
         return
-    for prefix, switch, what in _SWITCHED_OFF:
-        idle = [flag_of(name) for name in typed if name.startswith(prefix)]
-        if idle and vars(args)[switch]:
-            template = "{idle}: no effect while the {what} of the router is off; add {switch}"
-            values = {"idle": ", ".join(idle), "what": what, "switch": f"--no-{flag_of(switch).removeprefix('--')}"}
-            yield broken(args, template, *idle, **values)
+    for prefixes, is_idle, add in _WITHOUT_EFFECT:
+        idle = [flag_of(name) for name in typed if name.startswith(prefixes)]
+        if idle and is_idle(args):
+            template = "{idle}: no effect beside the other settings of the router; add {add}, or drop what has none"
+            yield broken(args, template, *idle, idle=", ".join(idle), add=add)
 
 
 def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
@@ -364,13 +357,15 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     of_groups(refused(lambda args: args.rollout_top_k > (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS),
         f"{{--rollout-top-k=}}: an engine reports at most {{--sglang-sampling-mask-max-tokens}} kept tokens ({TOLD_TOKENS} by "
         "default), and refuses to sample from more; give fewer")),
-    router_settings, engines_to_compare,
+    router_settings,
+    refused_each(_POLICIES, lambda args, value: value == "power_of_two",
+        "{0=}: the router asks engines for their loads at /get_load, which they do not have, and so would choose at random; "
+        "give round_robin, cache_aware or consistent_hashing"),
     refused(lambda args: args.router_dp_aware and all(attention_groups(arguments_of_group(args, group)) == 1
             for group in served_groups(args)),
         "{--router-dp-aware}: no engine has groups to choose among; drop it, or add {--sglang-enable-dp-attention}"),
-    refused(lambda args: args.router_dp_aware and (has_roles(args) or args.router_policy == "power_of_two"),
-        "{--router-dp-aware} beside engines that only prefill or decode, or with {--router-policy} power_of_two: the router "
-        "would keep dead engines; drop one"),
+    refused(lambda args: args.router_dp_aware and has_roles(args),
+        "{--router-dp-aware} beside engines that only prefill or decode: the router would keep dead engines; drop one"),
     refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
         lambda args, value: value not in (None, False) and not (has_roles(args) or args.rollout_external),
         "{0=} has no effect: no engine only prefills or decodes; give {--prefill-num-servers}, or drop it"),

@@ -256,8 +256,6 @@ def misfits_of_roles(args: argparse.Namespace, infos: Sequence[ExternalEngineInf
         policy = vars(args)[name]
         if policy is not None and not count[role]:
             yield f"{flag_of(name)} {policy} has no effect: no engine only does {role}; drop it"
-        elif policy == "power_of_two" and count[role] == 1:
-            yield f"{flag_of(name)} {policy}: a router compares two engines then, and would have 1; give random"
 
 
 def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:

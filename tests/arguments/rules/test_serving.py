@@ -162,19 +162,24 @@ def test_a_model_of_a_type_that_nobody_knows_has_stages_if_its_head_is_its_own()
             "--router-health-check-interval-secs 3 --router-health-failure-threshold 2",
             "--router-health-failure-threshold, --router-health-check-interval-secs: .* --no-router-disable-health-check",
         ),
+        (
+            "--router-queue-size 9 --router-rate-limit-tokens-per-second 2 --router-max-concurrent-requests 0",
+            "--router-queue-size, --router-rate-limit-tokens-per-second: no effect .*; add --router-max-concurrent-requests",
+        ),
+        (
+            "--router-balance-abs-threshold 9 --router-max-tree-size 9 --router-policy round_robin",
+            "--router-balance-abs-threshold, --router-max-tree-size: no effect .*; add --router-policy cache_aware",
+        ),
         ("--router-retry-max-retries 3 --router-disable-retries", "--router-retry-max-retries: .* --no-router-disable-retries"),
-        ("--router-policy power_of_two", "--router-policy power_of_two: .* have 1; .* or --router-policy random"),
         (
-            "--router-policy power_of_two --rollout-external-engine-addrs a:1 --dry-run",
-            "--router-policy power_of_two: .* would have 1",
+            "--router-policy power_of_two --rollout-num-gpus 2",
+            "--router-policy power_of_two: .* would choose at random; give round_robin, cache_aware or consistent_hashing",
         ),
+        ("--router-policy power_of_two --rollout-external-engine-addrs a:1 b:1 --dry-run", "-policy power_of_two: .* random;"),
         (
-            "--router-policy power_of_two --rollout-num-gpus 0 --router-api-key k",
-            "--router-policy power_of_two: .* would have 0",
-        ),
-        (
-            "--prefill-num-servers 1 --rollout-num-gpus 3 --router-prefill-policy power_of_two",
-            "--router-prefill-policy power_of_two: .* would have 1; give more, or --router-prefill-policy random",
+            "--prefill-num-servers 2 --rollout-num-gpus 4 --router-prefill-policy power_of_two "
+            "--router-decode-policy power_of_two",
+            "--router-prefill-policy power_of_two: .* random; .*\n.*--router-decode-policy power_of_two: .* random; ",
         ),
         (
             "--prefill-num-servers 1 --rollout-num-gpus 3 --sglang-disaggregation-transfer-backend fake",
@@ -240,35 +245,19 @@ def test_what_sglang_cannot_do_together_is_refused_with_its_reason(tmp_path, wor
         "--colocate --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
         "--sglang-context-length 300 --rollout-max-context-len 300 --sglang-mem-fraction-static 0.8",
         "--sglang-router-ip router.local --sglang-router-port 80 --router-policy random --router-api-key k",
-        "--router-policy power_of_two --rollout-num-gpus 2",
-        "--router-policy power_of_two --rollout-num-gpus 2 --prefill-num-servers 1",
-        "--prefill-num-servers 1 --rollout-num-gpus 3 --router-decode-policy power_of_two "
+        "--prefill-num-servers 1 --rollout-num-gpus 3 --router-decode-policy round_robin "
         "--sglang-disaggregation-transfer-backend nixl --sglang-disaggregation-ib-device mlx5_0",
-        "--router-policy power_of_two --rollout-external-engine-addrs a:1 b:1 --dry-run",
         "--router-prefill-policy random --rollout-external-engine-addrs a:1 b:1 --dry-run",
-        "--router-policy power_of_two --sglang-router-ip 10.0.0.1 --sglang-router-port 80",
         "--prefill-num-servers 1 --rollout-num-gpus 2 --sglang-router-ip 10.0.0.1 --sglang-router-port 80",
         "--router-cb-failure-threshold 3 --no-router-disable-circuit-breaker --router-backend sglang",
+        "--router-queue-timeout-secs 9 --router-max-concurrent-requests 64 --router-cache-threshold 0.5",
+        "--prefill-num-servers 1 --rollout-num-gpus 2 --router-cache-threshold 0.5 --router-policy random "
+        "--router-prefill-policy cache_aware",
         "--no-sglang-skip-tokenizer-init",
     ],
 )
 def test_what_the_rules_allow(tmp_path, words):
     parse(tmp_path, *words.split())
-
-
-@pytest.mark.parametrize("prefill", [1, 2])
-def test_a_policy_of_one_role_is_that_of_the_models_with_engines_of_it(tmp_path, prefill):
-    """The second model's engines do everything: its router compares none of that role."""
-    serving = tmp_path / "serving.yaml"
-    groups = f"{{worker_type: prefill, num_gpus: {prefill}}}, {{worker_type: decode, num_gpus: 1}}"
-    serving.write_text(
-        f"sglang:\n  - name: actor\n    server_groups: [{groups}]\n  - name: other\n    server_groups: [{{num_gpus: 1}}]\n"
-    )
-    words = f"--rollout-num-gpus {prefill + 2} --sglang-config {serving} --router-prefill-policy power_of_two"
-    if prefill == 2:
-        parse(tmp_path, *words.split())
-    else:
-        assert "a router compares two engines then, and would have 1" in refusal(tmp_path, words)
 
 
 GPUS = "--colocate --dry-run --dry-run-gpu-memory-gib 80 --num-gpus-per-node 8 --use-dynamic-batch-size --max-tokens-per-gpu 64"
@@ -437,9 +426,8 @@ def test_groups_of_attention_lie_within_a_stage(tmp_path):
 def test_a_router_chooses_among_the_groups_that_engines_have(tmp_path):
     words = f"{GROUPS} --rollout-num-gpus 4 --router-dp-aware"
     assert parse_drafting(tmp_path, words, num_experts=8).router_dp_aware
-    for others in ("--router-policy power_of_two", "--prefill-num-servers 1"):
-        with pytest.raises(UserError, match="--router-dp-aware beside .*the router would keep dead engines"):
-            parse_drafting(tmp_path, f"{words} {others}", num_experts=8)
+    with pytest.raises(UserError, match="--router-dp-aware beside .*the router would keep dead engines"):
+        parse_drafting(tmp_path, f"{words} --prefill-num-servers 1", num_experts=8)
 
 
 @pytest.mark.parametrize("roles", ["--rollout-num-gpus 2", "--rollout-num-gpus 4 --prefill-num-servers 1"])

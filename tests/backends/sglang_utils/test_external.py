@@ -265,7 +265,6 @@ def test_engines_that_prefill_and_decode_for_each_other_are_taken(start, model):
         ((DECODE, {}), {}, "engines that only prefill and engines that only decode need each other; name some of both"),
         ((PREFILL, DECODE, {}), {}, "engines that do both would get no requests beside those that only prefill or decode"),
         ((PREFILL, {**DECODE, "disaggregation_transfer_backend": "nixl"}), {}, "they move caches by mooncake and nixl; start "),
-        ((PREFILL, DECODE), {"router_decode_policy": "power_of_two"}, "--router-decode-policy power_of_two: .* would have 1; "),
         (({},), {"router_prefill_policy": "random"}, "-prefill-policy random has no effect: no engine only does prefill"),
         ((PREFILL, DECODE), {"use_rollout_routing_replay": True}, "it only does prefill: --use-rollout-routing-replay: the "),
         ((PREFILL, DECODE), {"update_weights_in_flight": True}, "it only does decode: --update-weights-in-flight: a paused "),

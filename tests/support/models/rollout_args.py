@@ -41,7 +41,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "allow_bad_rows": False,
         "log_samples_interval": 10,
         "eval_max_context_len": None,
-        "router_policy": None,
+        **dict.fromkeys(("router_policy", "router_prefill_policy", "router_decode_policy")),
         "http_request_timeout": 120.0,
         "http_control_timeout": 60.0,
         "http_max_retries": 3,
