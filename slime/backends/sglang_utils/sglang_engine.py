@@ -72,8 +72,9 @@ _LINES_OF_A_DEAD_SERVER = 12
 _HEALTH_SECONDS = 5.0
 # The address of no engine, which sglang 0.5.21 itself uses for warm-up requests of an engine that prefills.
 _NOBODY = "2.2.2.2"
-# An idle engine gives a token within this time; then its processor time is not looked at.
-_IDLE_TOKEN_SECONDS = 1.0
+# An idle engine gives a token within this time; then its processor time is not looked at. SGLang 0.5.21 looks for it once a
+# second, and not at once.
+_IDLE_TOKEN_SECONDS = 2.0
 # The least share of a check's time that an engine computes if it compiles or loads; one that hangs computes less.
 _COMPUTING_SHARE = 0.02
 
