@@ -263,9 +263,9 @@ class SGLangEngine:
         # Who asks does not wait for longer; an engine that hangs would be asked again and again until no call gets through.
         return self._found_by(num_requests, "GET", "/v1/loads?include=core", timeout=_HEALTH_SECONDS) > 0
 
-    def get_weight_version(self) -> str:
-        """The version that the server reports for its weights."""
-        return str(self._found_by(itemgetter("weight_version"), "GET", "/model_info"))
+    def get_weight_version(self, timeout: float | None = None) -> str:
+        """The version that the server reports for its weights, within `timeout` seconds; None: those of control requests."""
+        return str(self._found_by(itemgetter("weight_version"), "GET", "/model_info", timeout=timeout))
 
     def weights_checksum(self) -> dict[str, str]:
         """Checksum of every tensor that a push brings the engine, keyed `{engine-internal rank}/{tensor name}`."""

@@ -53,7 +53,9 @@ def flush(monkeypatch, tmp_path):
 def test_an_engine_carries_out_orders_in_turn_until_one_fails(tmp_path, monkeypatch):
     engine, asked = SGLangEngine(SimpleNamespace(), 3, tmp_path), []
     monkeypatch.setattr(
-        engine, "_call", lambda method, path, payload=None: asked.append((path, payload)) or {"weight_version": "4"}
+        engine,
+        "_call",
+        lambda method, path, payload=None, **_: asked.append((path, payload)) or {"weight_version": "4"},
     )
     assert engine.carry_out([("pause_generation", "retract"), ("get_weight_version",)]) == "4"
     assert asked == [("/pause_generation", {"mode": "retract"}), ("/model_info", None)]
