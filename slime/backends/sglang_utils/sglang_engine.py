@@ -103,7 +103,7 @@ class SGLangEngine:
         self._ending = threading.Event()
         # Kinds of memory that are given back; see `sleep`.
         self._given_back: set[str] = set()
-        self._continues = self._has_slept = False
+        self._continues = self._has_slept = self._retracts = False
         # Internal traffic uses no proxy. A push has many short requests, so a light client is used.
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._connections = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, headers=headers, retries=False)
@@ -291,6 +291,7 @@ class SGLangEngine:
     def pause_generation(self, mode: str = "abort") -> None:
         """Stop generating; returns when the server has stopped. `mode`: `abort`, `retract` or `in_place`."""
         self._call("POST", "/pause_generation", {"mode": mode})
+        self._retracts = mode == "retract"
 
     def continue_generation(self) -> None:
         """Undo `pause_generation`; if the engine's caches are given back, not before it has them again."""
@@ -298,9 +299,10 @@ class SGLangEngine:
             self._continues = True
         else:
             self._call("POST", "/continue_generation", {})
+            self._retracts = False
 
     def flush_cache(self) -> None:
-        """Drop the prefix cache, trying once a second for a minute: the server refuses while requests run.
+        """Drop the prefix cache, trying once a second for a minute: the server refuses while requests run or await a grammar.
 
         Raises:
             RunError: requests still run after that, or the server does not answer in that time.
@@ -315,7 +317,12 @@ class SGLangEngine:
                 raise RunError(
                     f"engine {self.rank} refused to flush its cache for {FLUSH_SECONDS:g} s: {_text_of(response)[:500]}"
                 )
+            # sglang 0.5.21, paused with "retract", does not notice that a grammar has been compiled. So it goes on meanwhile.
+            if self._retracts:
+                self._call("POST", "/continue_generation", {}, seconds)
             time.sleep(_FLUSH_PAUSE_SECONDS)
+            if self._retracts:
+                self._call("POST", "/pause_generation", {"mode": "retract"}, seconds)
 
     # -- sleep ------------------------------------------------------------------------------------------------------
 
