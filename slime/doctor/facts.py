@@ -7,6 +7,7 @@ reports.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -206,7 +207,8 @@ def read_devices(time_limit: float) -> Devices:
 class Machine:
     """Cores, bytes of memory, and limits; None: there is no limit, or no /dev/shm.
 
-    `open_files`: the limit to which a process may raise its own. `processes`: of this user or container, including threads.
+    `open_files`: of a process that serves, which raises its limit as far as it may. `processes`: of this user or container,
+    including threads.
     """
 
     cores: int
@@ -224,7 +226,7 @@ def read_machine() -> Machine:
     lines = (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
     memory = {name: 1024 * int(value.split()[0]) for name, _, value in lines}
     usage = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    open_files, processes = (resource.getrlimit(what)[1] for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     few = [
         limit
         for limit in (_limit("pids.max", "pids/pids.max"), processes)
@@ -239,9 +241,20 @@ def read_machine() -> Machine:
         available=memory.get("MemAvailable", memory["MemFree"]),
         memory_of_container=bytes_of_container if (bytes_of_container or 2**62) < memory["MemTotal"] else None,
         shared_memory=usage and (usage.total, usage.free),
-        open_files=None if open_files == resource.RLIM_INFINITY else open_files,
+        open_files=_open_files(),
         processes=min(few, default=None),
     )
+
+
+def _open_files() -> int | None:
+    """The least hard limit of open files among this process and the raylets of this machine, which start those that serve."""
+    found = []
+    for process in (Path("/proc/self"), *Path("/proc").glob("[0-9]*")):
+        # Processes end meanwhile.
+        with contextlib.suppress(OSError):
+            if process.name == "self" or (process / "comm").read_text() == "raylet\n":
+                found += re.findall(r"Max open files +\S+ +(\d+)", (process / "limits").read_text())
+    return min(map(int, found), default=None)
 
 
 def _limit(second: str, first: str, word: int = 0) -> int | None:

@@ -150,7 +150,7 @@ def _about_no_device(found: Devices, variables: Mapping[str, str], build: str) -
     return wrong(f"{text}{cause}", remedy)
 
 
-# The number that Ray advises; with half as many it warns of lost connections. Ray itself raises the soft limit to the hard one.
+# The number that Ray advises; with half as many it warns of lost connections.
 _FEW_FILES = 8192
 # Each rank, engine and actor of Ray has dozens of threads.
 _FEW_PROCESSES = 4096
@@ -177,8 +177,9 @@ def about_machine(found: Machine) -> Iterator[Finding]:
     if files is None or files >= _FEW_FILES:
         yield ok(f"open files: {'no limit' if files is None else files}")
     else:
-        remedy = "raise the hard limit: /etc/security/limits.conf, or docker run --ulimit nofile=65535:65535"
-        yield warning(f"open files: at most {files}; Ray advises {_FEW_FILES} or more", remedy)
+        remedy = "raise the hard limit (/etc/security/limits.conf, or docker run --ulimit nofile=65535:65535)"
+        remedy += " and start Ray under it; the router takes two files for each request"
+        yield warning(f"open files: at most {files} of a process; Ray advises {_FEW_FILES} or more", remedy)
     count = found.processes
     if count is None or count >= _FEW_PROCESSES:
         yield ok(f"processes and threads: {'no limit' if count is None else count}")

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.utils.http_carriers import CarrierLost, Carriers, ExchangeFailed
 from slime.utils.http_exchange import Exchanges, new_session
 from slime.utils.http_utils import THREAD_FROM_BYTES, decode_generated
+from slime.utils.ports import allow_many_connections
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class RequestActor:
     """Makes exchanges."""
 
     def __init__(self) -> None:
+        allow_many_connections()
         self._exchanges: Exchanges | None = None
 
     def __repr__(self) -> str:

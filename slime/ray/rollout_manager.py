@@ -41,7 +41,7 @@ from slime.utils.errors import RunError
 from slime.utils.http_utils import send_through, set_engine_supply
 from slime.utils.misc import collect_garbage_rarely
 from slime.utils.plugin_loader import containing_endings
-from slime.utils.ports import host_for_url
+from slime.utils.ports import allow_many_connections, host_for_url
 from slime.utils.run_values import with_run_values
 from slime.weights.transports.process_group import communicator_environment
 
@@ -111,6 +111,7 @@ class RolloutManager:
     def __init__(self, args: argparse.Namespace) -> None:
         configure_logger(args.log_level)
         collect_garbage_rarely()
+        allow_many_connections()
         self.args = args
         self._pipeline: Any = None
         self._serving: ServingOwner | None = None

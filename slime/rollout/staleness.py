@@ -6,12 +6,15 @@ trained or not. Which version a rollout will train is known when it begins, sinc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from slime.rollout.base_types import leaves
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 _FLAG = "--max-weight-staleness"
 
@@ -21,12 +24,15 @@ def oldest_version(entry: Any) -> int | None:
 
     Engines that keep the weights that they started with have versions that no push gave; these do not count.
     """
-    versions = [
-        version
+    return min((int(version) for version in _versions(entry) if version.isdecimal()), default=None)
+
+
+def _versions(entry: Any) -> list[str]:
+    return [
+        str(version)
         for sample in leaves(entry)
         for version in (*sample.weight_versions, *(span[0] for span in sample.weight_version_spans))
     ]
-    return min((int(version) for version in versions if str(version).isdecimal()), default=None)
 
 
 def is_too_old(args: Any, entry: Any, trained_as: int | None) -> bool:
@@ -44,7 +50,8 @@ def hold_to_bound(args: Any, samples: Sequence[Sample], trained_as: int | None) 
     """Take samples that are older than `--max-weight-staleness` out of training: they keep their places, with a mask of zeros.
 
     Our rollout functions hand out none; a user's may. Samples that train nothing anyway, since they failed or were filtered,
-    have no age that matters: they need no version and are not counted.
+    have no age that matters: they need no version and are not counted. Of those that weights made which no push gave, a warning
+    tells.
 
     Returns:
         Metrics `staleness/{mean,max}`, in pushes, and `stale_samples`, the number of those taken out; empty where
@@ -55,10 +62,16 @@ def hold_to_bound(args: Any, samples: Sequence[Sample], trained_as: int | None) 
     """
     if trained_as is None:
         return {}
+    trained = [sample for sample in samples if not sample.remove_sample]
+    foreign = [(s.index, version) for s in trained for version in _versions(s) if not version.isdecimal()]
+    if foreign:
+        logger.warning(
+            "%d of %d samples (the first: %s) train tokens of weights of version %s, which no push of this run gave: those of "
+            "a frozen model, or of an engine that was started again outside of this run and waits for the next push",
+            len({index for index, _ in foreign}), len(trained), *foreign[0],
+        )  # fmt: skip
     taken_out = 0
-    for sample in samples:
-        if sample.remove_sample:
-            continue
+    for sample in trained:
         if args.max_weight_staleness is not None and sample.response_length and oldest_version(sample) is None:
             raise UserError(
                 f"{_FLAG} {args.max_weight_staleness}: sample {sample.index} does not say which weights made it; a function of "

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.utils.child_process import environment_for_python, exit_when_parent_dies
 from slime.utils.errors import UserError
-from slime.utils.ports import host_for_url
+from slime.utils.ports import allow_many_connections, host_for_url
 
 if TYPE_CHECKING:
     from slime.arguments.surface import FlagSpec
@@ -143,6 +143,7 @@ def main(argv: list[str] | None = None) -> None:
 def _serve(arguments_file: Path) -> None:
     fields = json.loads(arguments_file.read_text())
     arguments_file.unlink()
+    allow_many_connections()
 
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs

@@ -1,4 +1,4 @@
-"""Ports that are reserved by binding, and the address that our servers listen on.
+"""Ports that are reserved by binding, the address that our servers listen on, and how many connections they may have.
 
 A reservation is a bound socket that does not listen. Binding is exclusive, so two reservations (of any run on the
 machine) never get the same port; afterwards the socket is marked as reusable, which lets a *listening* server bind the
@@ -13,6 +13,7 @@ import errno
 import ipaddress
 import random
 import re
+import resource
 import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,7 +24,21 @@ import psutil
 from slime.utils import env
 from slime.utils.errors import RunError
 
+# No process may have more open files where nobody has changed the kernel's own limit.
+_MOST_OPEN_FILES = 2**20
 LOOPBACK, _LOOPBACK_OF_IPV6 = "127.0.0.1", "::1"
+
+
+def allow_many_connections() -> None:
+    """Raise this process's soft limit of open files to the hard one, as far as the system allows; its children inherit it.
+
+    A shell's is often 1024, and Ray raises that of the driver alone. Each request takes one file, and two in a router.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (raised := min(hard, _MOST_OPEN_FILES)):
+        # A system whose own limit was lowered since refuses all that is above it.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
 class PortReservation:

@@ -1,6 +1,8 @@
 """What can be known of a machine: pins, processes of their own, clusters that do not answer."""
 
+import resource
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -78,6 +80,18 @@ def test_this_machine_can_be_read():
     machine = facts.read_machine()
     assert machine.cores >= 1 and 0 < machine.available <= machine.memory
     assert machine.processes is None or machine.processes > 0
+
+
+def test_a_process_that_serves_may_open_as_many_files_as_the_raylet_that_starts_it(tmp_path):
+    """Its limit is that of the shell where Ray was started. Nothing needs the soft one, which those who serve raise."""
+    assert facts.read_machine().open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    (tmp_path / "raylet").symlink_to(sys.executable)
+    command = f"ulimit -Sn 256; ulimit -Hn 4096; exec {tmp_path}/raylet -c 'import time; time.sleep(600)'"
+    with subprocess.Popen(["sh", "-c", command]) as process:
+        try:
+            wait_until(lambda: facts.read_machine().open_files == 4096, 30)
+        finally:
+            process.kill()
 
 
 def test_disks_are_told_once_with_all_that_lies_on_them(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from slime.observability import waiting
-from slime.ray import rollout_manager, train_group
+from slime.ray import request_actors, rollout_manager, train_group
 from slime.ray.driver import RunLength, RunProgress, StartedRun, StepReport
 from slime.ray.rollout_manager import RolloutClient, RolloutManager
 from slime.ray.train_group import TrainGroup
@@ -188,6 +188,15 @@ def make_manager(monkeypatch, tmp_path):
         return manager
 
     return make
+
+
+def test_manager_and_actors_that_send_for_it_may_have_many_connections(make_manager, monkeypatch):
+    asked = []
+    for module in (rollout_manager, request_actors):
+        monkeypatch.setattr(module, "allow_many_connections", lambda of=module: asked.append(of))
+    make_manager()
+    request_actors.RequestActor()
+    assert asked == [rollout_manager, request_actors]
 
 
 @pytest.mark.parametrize("sleep", [True, False])

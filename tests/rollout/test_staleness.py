@@ -79,6 +79,23 @@ def test_a_sample_that_does_not_say_which_weights_made_it_is_refused_where_that_
     hold_to_bound(bound(1), [Sample(index=3)], 5)
 
 
+def test_samples_of_weights_that_no_push_gave_are_told_of_once(caplog):
+    """As an engine of others makes them that was started again behind a tunnel."""
+    partly, wholly, filtered = sample("default", "4", index=1), sample("default", index=2), sample("default", index=3)
+    filtered.remove_sample = True
+    hold_to_bound(bound(None), [sample("5"), partly, wholly, filtered], 5)
+    hold_to_bound(bound(3), [sample("5"), partly], 5)
+    assert [words.partition(",")[0] for words in caplog.messages] == [
+        "2 of 3 samples (the first: 1) train tokens of weights of version default",
+        "1 of 2 samples (the first: 1) train tokens of weights of version default",
+    ]
+    caplog.clear()
+    hold_to_bound(bound(3), [sample("5", spans=(("4", 0, 1),)), filtered], 5)
+    hold_to_bound(bound(None), [sample()], 5)
+    hold_to_bound(bound(None), [wholly], None)
+    assert caplog.messages == []
+
+
 def test_samples_that_train_nothing_already_are_neither_refused_nor_counted():
     failed, filtered = sample(index=3), sample("1", index=4)
     failed.status = Sample.Status.FAILED

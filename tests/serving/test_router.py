@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -91,6 +92,20 @@ def test_a_router_listens_on_an_address_of_ipv6(tmp_path, monkeypatch):
         }
         assert listening == {("::1", router.port), ("::1", router._fields["prometheus_port"])}
         assert router.workers() == []
+    finally:
+        router.shutdown()
+
+
+def test_a_router_whose_parent_may_open_few_files_may_open_as_many_as_the_system_lets_it(tmp_path, monkeypatch):
+    """It takes two for each request, and a shell's limit is often 1024."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -Sn 256\nulimit -Hn 4096\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    router = start_router(SimpleNamespace(), tmp_path)
+    try:
+        router.wait_ready(120)
+        assert psutil.Process(router.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (4096, 4096)
     finally:
         router.shutdown()
 

@@ -1,4 +1,5 @@
 import re
+import resource
 import socket
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from slime.utils import ports
 from slime.utils.errors import RunError
 from slime.utils.misc import get_current_node_ip
 from slime.utils.ports import (
+    allow_many_connections,
     engine_urls,
     group_environment,
     host_for_url,
@@ -253,3 +255,26 @@ def test_the_engines_that_a_router_lists_are_there_once_with_all_their_groups():
     )
     workers = [{"url": url} for url in listed]
     assert engine_urls(workers) == ["http://10.0.0.5:30000", "http://[fd00::1]:30000", "http://user@host:30000"]
+
+
+@pytest.mark.parametrize(
+    "soft, hard, raised",
+    [(256, 4096, 4096), (1024, 2**30, 2**20), (4096, 4096, None), (2**21, 2**30, None)],
+)
+def test_a_process_that_serves_may_have_as_many_connections_as_the_system_lets_it(monkeypatch, soft, hard, raised):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append((what, limit)))
+    allow_many_connections()
+    assert limits == ([] if raised is None else [(resource.RLIMIT_NOFILE, (raised, hard))])
+
+
+def test_a_system_that_refuses_leaves_the_limit_as_it_was(monkeypatch):
+    """One whose own limit was lowered since refuses all that is above it."""
+
+    def refuse(what, limit):
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 4096))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    allow_many_connections()

@@ -95,9 +95,8 @@ def add_megatron_flags(parser: argparse.ArgumentParser) -> None:
     reflected = load_surface("megatron")
     if reflected is None:
         raise UserError("megatron-core is not installed, and its flags come from it: pip install megatron-core")
-    specs = merge(reflected)
     topics: dict[str, list[FlagSpec]] = {title: [] for title in _ORDER}
-    for spec in specs:
+    for spec in merge(reflected):
         topics[topic_of(spec)].append(spec)
     dests = set(taken(parser).dests)
     for title, members in topics.items():

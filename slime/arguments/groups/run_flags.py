@@ -6,6 +6,7 @@ from slime.arguments.flag import (
     AT_LEAST_ZERO,
     SECONDS,
     SEED,
+    Bounds,
     Caller,
     Group,
     Idle,
@@ -111,7 +112,7 @@ FAULT_TOLERANCE = Group("fault tolerance", (
     flag("--rollout-health-check-interval", float, 30.0, "pause between two checks while engines generate, in seconds",
         bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-timeout", float, 30.0, "an engine that has not answered a check after this many seconds "
-        "counts as dead, unless it is busy, for example with a load", bounds=SECONDS, idle=_NO_FAULT_TOLERANCE),
+        "counts as dead, unless it loads or compiles", bounds=Bounds(low=3, finite=True), idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-first-wait", float, 0.0, "grace before the first check, in seconds; raise it when engines "
         "compile kernels for long", bounds=AT_LEAST_ZERO, idle=_NO_FAULT_TOLERANCE),
 ))  # fmt: skip

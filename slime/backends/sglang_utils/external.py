@@ -398,6 +398,8 @@ class ExternalEngine(SGLangEngine):
         self._load_format = info.load_format
         self._groups: set[str] = set()
         self._paused = self._changing = False
+        # The version of the last push; None before the first, and while one is under way.
+        self._pushed: str | None = None
 
     def init(self) -> str:
         """Check from this node that the engine is still the one that was found, and undo what a killed run has left there.
@@ -453,9 +455,20 @@ class ExternalEngine(SGLangEngine):
         computing something else cannot be seen from here.
 
         Raises:
-            RunError: nothing listens at its address.
+            RunError: nothing listens at its address; or it has lost the weights of the last push, since it was started again
+                behind a tunnel or a proxy, which takes connections meanwhile.
         """
         if self._answers("/health_generate", timeout):
+            pushed = self._pushed
+            try:
+                found = self.get_weight_version(_CONNECT_SECONDS) if pushed else None
+            except RunError:
+                return False
+            if found != pushed == self._pushed:
+                raise RunError(
+                    f"engine {self.rank} died: {self._url} serves weights of version {found}, and was sent {pushed}; it was "
+                    "started again outside of this run"
+                )
             return True
         if refuses_connections(self._url, _CONNECT_SECONDS):
             raise RunError(f"engine {self.rank} died: nobody listens at {self._url}")
@@ -492,13 +505,18 @@ class ExternalEngine(SGLangEngine):
 
     def pause_generation(self, mode: str = "abort") -> None:
         """As of every engine."""
-        self._paused = True
+        self._paused, self._pushed = True, None
         super().pause_generation(mode)
 
     def continue_generation(self) -> None:
         """As of every engine."""
         super().continue_generation()
         self._paused = self._changing = False
+
+    def prove_weight_version(self, version: str) -> None:
+        """As of every engine."""
+        super().prove_weight_version(version)
+        self._pushed = version
 
     def begin_weight_update(self) -> None:
         """As of every engine."""

@@ -72,8 +72,9 @@ _LINES_OF_A_DEAD_SERVER = 12
 _HEALTH_SECONDS = 5.0
 # The address of no engine, which sglang 0.5.21 itself uses for warm-up requests of an engine that prefills.
 _NOBODY = "2.2.2.2"
-# An idle engine gives a token within this time; then its processor time is not looked at.
-_IDLE_TOKEN_SECONDS = 1.0
+# An idle engine gives a token within this time; then its processor time is not looked at. SGLang 0.5.21 looks for it once a
+# second, and not at once.
+_IDLE_TOKEN_SECONDS = 2.0
 # The least share of a check's time that an engine computes if it compiles or loads; one that hangs computes less.
 _COMPUTING_SHARE = 0.02
 
@@ -102,7 +103,7 @@ class SGLangEngine:
         self._ending = threading.Event()
         # Kinds of memory that are given back; see `sleep`.
         self._given_back: set[str] = set()
-        self._continues = self._has_slept = False
+        self._continues = self._has_slept = self._retracts = False
         # Internal traffic uses no proxy. A push has many short requests, so a light client is used.
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._connections = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, headers=headers, retries=False)
@@ -262,9 +263,9 @@ class SGLangEngine:
         # Who asks does not wait for longer; an engine that hangs would be asked again and again until no call gets through.
         return self._found_by(num_requests, "GET", "/v1/loads?include=core", timeout=_HEALTH_SECONDS) > 0
 
-    def get_weight_version(self) -> str:
-        """The version that the server reports for its weights."""
-        return str(self._found_by(itemgetter("weight_version"), "GET", "/model_info"))
+    def get_weight_version(self, timeout: float | None = None) -> str:
+        """The version that the server reports for its weights, within `timeout` seconds; None: those of control requests."""
+        return str(self._found_by(itemgetter("weight_version"), "GET", "/model_info", timeout=timeout))
 
     def weights_checksum(self) -> dict[str, str]:
         """Checksum of every tensor that a push brings the engine, keyed `{engine-internal rank}/{tensor name}`."""
@@ -290,6 +291,7 @@ class SGLangEngine:
     def pause_generation(self, mode: str = "abort") -> None:
         """Stop generating; returns when the server has stopped. `mode`: `abort`, `retract` or `in_place`."""
         self._call("POST", "/pause_generation", {"mode": mode})
+        self._retracts = mode == "retract"
 
     def continue_generation(self) -> None:
         """Undo `pause_generation`; if the engine's caches are given back, not before it has them again."""
@@ -297,9 +299,10 @@ class SGLangEngine:
             self._continues = True
         else:
             self._call("POST", "/continue_generation", {})
+            self._retracts = False
 
     def flush_cache(self) -> None:
-        """Drop the prefix cache, trying once a second for a minute: the server refuses while requests run.
+        """Drop the prefix cache, trying once a second for a minute: the server refuses while requests run or await a grammar.
 
         Raises:
             RunError: requests still run after that, or the server does not answer in that time.
@@ -314,7 +317,12 @@ class SGLangEngine:
                 raise RunError(
                     f"engine {self.rank} refused to flush its cache for {FLUSH_SECONDS:g} s: {_text_of(response)[:500]}"
                 )
+            # sglang 0.5.21, paused with "retract", does not notice that a grammar has been compiled. So it goes on meanwhile.
+            if self._retracts:
+                self._call("POST", "/continue_generation", {}, seconds)
             time.sleep(_FLUSH_PAUSE_SECONDS)
+            if self._retracts:
+                self._call("POST", "/pause_generation", {"mode": "retract"}, seconds)
 
     # -- sleep ------------------------------------------------------------------------------------------------------
 

@@ -36,16 +36,19 @@ STARTED_WITH = {
 class Server:
     """Answers as a server does that was started with `STARTED_WITH` and `settings`; `events` are the posted paths."""
 
-    def __init__(self, model, serves="default", key=None, refuses=("slime-pp_0",), **settings):
+    def __init__(self, model, serves="default", key=None, refuses=("slime-pp_0",), generates=False, **settings):
         self.events, outer = [], self
-        of_model = {
+        self.of_model = {
             "model_path": str(model), "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "is_generation": True,
             "weight_version": serves,
         }  # fmt: skip
         answers = {
-            "/model_info": of_model,
+            "/model_info": self.of_model,
             "/server_info": {**STARTED_WITH, "model_path": str(model), "api_key": key, **settings},
         }
+
+        if generates:
+            answers["/health_generate"] = {}
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
@@ -463,6 +466,26 @@ def test_an_engine_of_others_keeps_its_memory(start, model):
     engine.wake_weights()
     engine.wake_caches()
     assert server.events == before
+
+
+def test_a_server_that_was_started_again_behind_a_tunnel_is_dead_although_it_answers(start, model):
+    """The tunnel takes connections meanwhile. The weights of the push are gone."""
+    server = start(model, serves="5", generates=True)
+    engine = make_engine(server, model)
+    engine.init()
+    assert engine.makes_progress(5.0) is True, "nothing was pushed to it"
+    engine.prove_weight_version("5")
+    assert engine.makes_progress(5.0) is True
+    server.of_model["weight_version"] = "default"
+    with pytest.raises(RunError, match="engine 3 died: http://.* serves weights of version default, and was sent 5"):
+        engine.makes_progress(5.0)
+    # From here on a push changes them.
+    engine.pause_generation()
+    assert engine.makes_progress(5.0) is True
+    server.of_model["weight_version"] = "6"
+    engine.prove_weight_version("6")
+    del server.of_model["weight_version"]
+    assert engine.makes_progress(5.0) is False, "it does not say what it serves: it is asked again"
 
 
 def test_a_server_that_is_gone_is_told_of_and_one_that_is_there_is_not(start, model, monkeypatch):

@@ -38,6 +38,8 @@ def model(tmp_path_factory):
         ),
         ("sglang.srt.managers.scheduler", "        set_random_seed(self.random_seed)\n"),
         ("sglang.srt.managers.scheduler", "            self.idle_sleeper = IdleSleeper(\n"),
+        # An engine that is paused is told to go on for a moment, since it refuses to flush (`SGLangEngine.flush_cache`).
+        ("sglang.srt.managers.scheduler", "            idle &= len(self.grammar_manager.grammar_queue) == 0\n"),
         ("sglang.srt.managers.scheduler_components.idle_sleeper", "        self.poller.poll(1000)\n"),
         ("sglang.srt.server_args", '                    wait_port_available(port_base, "port_base")\n'),
         (

@@ -53,7 +53,9 @@ def flush(monkeypatch, tmp_path):
 def test_an_engine_carries_out_orders_in_turn_until_one_fails(tmp_path, monkeypatch):
     engine, asked = SGLangEngine(SimpleNamespace(), 3, tmp_path), []
     monkeypatch.setattr(
-        engine, "_call", lambda method, path, payload=None: asked.append((path, payload)) or {"weight_version": "4"}
+        engine,
+        "_call",
+        lambda method, path, payload=None, **_: asked.append((path, payload)) or {"weight_version": "4"},
     )
     assert engine.carry_out([("pause_generation", "retract"), ("get_weight_version",)]) == "4"
     assert asked == [("/pause_generation", {"mode": "retract"}), ("/model_info", None)]
@@ -198,6 +200,31 @@ def test_a_minute_is_a_minute_for_a_slow_or_silent_server(flush, answer_s, messa
     with pytest.raises(RunError, match=message):
         flush(answer_s, refusals=1000)
     assert 59.0 <= flush.took <= 60.0
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_an_engine_that_was_paused_under_requests_goes_on_for_a_moment_if_it_refuses_to_flush(
+    tmp_path, monkeypatch, mode
+):
+    """A grammar may be compiled for a request: a paused server does not notice that this has ended."""
+    engine, asked = SGLangEngine(SimpleNamespace(http_control_timeout=1.0), 3, tmp_path), []
+
+    def request(method, path, payload, timeout=None):
+        asked.append((path.removeprefix("/").removesuffix("_generation"), *payload.values()))
+        refuses = path == "/flush_cache" and [path for path, *_ in asked].count("flush_cache") < 3
+        return SimpleNamespace(status=400 if refuses else 200, data=b"refused", json=lambda: {})
+
+    monkeypatch.setattr(engine, "_request", request)
+    monkeypatch.setattr(
+        sglang_engine, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda s: asked.append((s,)))
+    )
+    engine.carry_out([("pause_generation", mode), ("flush_cache",)])
+    between = [("continue",), (1.0,), ("pause", "retract")] if mode == "retract" else [(1.0,)]
+    assert asked == [("pause", mode), ("flush_cache",), *between, ("flush_cache",), *between, ("flush_cache",)]
+    engine.continue_generation()
+    asked.clear()
+    engine.flush_cache()
+    assert asked == [("flush_cache",), (1.0,), ("flush_cache",), (1.0,), ("flush_cache",)]
 
 
 # -- sleep ---------------------------------------------------------------------------------------------------------------

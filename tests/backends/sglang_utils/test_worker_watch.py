@@ -1,5 +1,6 @@
 """Processes of a server that end, each in its way."""
 
+import http.server
 import importlib
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from multiprocessing import resource_tracker
 
@@ -350,6 +352,28 @@ def test_an_engine_makes_progress_when_it_answers_or_computes(engine, monkeypatc
         return
     with pytest.raises(RunError, match=outcome):
         engine.makes_progress(timeout)
+
+
+def test_an_idle_engine_is_asked_once_although_it_looks_for_its_token_only_after_a_second(engine, monkeypatch):
+    asked = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            time.sleep(1.02)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words):
+            pass
+
+    monkeypatch.setattr(sglang_engine, "computing_seconds", lambda pid: asked.append("computing"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever).start()
+        engine._url = f"http://127.0.0.1:{server.server_port}"
+        assert engine.makes_progress(30.0) is True
+        server.shutdown()
+    assert asked == ["/health_generate"]
 
 
 def test_a_check_of_a_dead_engine_says_how_it_died(engine):

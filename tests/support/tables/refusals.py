@@ -21,6 +21,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--rm-timeout 0", "--rm-timeout", OUT_OF_BOUNDS),
         ("--http-control-timeout inf", "--http-control-timeout", OUT_OF_BOUNDS),
         ("--rollout-health-check-timeout inf", "--rollout-health-check-timeout", OUT_OF_BOUNDS),
+        # An engine that is idle takes a second to say that it lives.
+        ("--rollout-health-check-timeout 1", "--rollout-health-check-timeout", OUT_OF_BOUNDS),
         ("--lr nan", "--lr", OUT_OF_BOUNDS),
         ("--lr inf", "--lr", OUT_OF_BOUNDS),
         ("--adam-beta1 1.5", "--adam-beta1", OUT_OF_BOUNDS),
