@@ -18,13 +18,12 @@ from slime.rollout.generation import generate, run_side_by_side
 from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
 from slime.utils.misc import unique_hex
-from slime.utils.processing_utils import REPLIES_WITH_IMAGES, as_data_uri, images_of, render_chat
+from slime.utils.processing_utils import PROBE_ANSWER, REPLIES_WITH_IMAGES, as_data_uri, images_of, render_chat
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 
 Reply = str | dict[str, Any] | list[dict[str, Any]] | None
 
-_SPOKEN = "probe answer"
 # This entry of a sample's metadata is the character of the response at which the model's turn begins.
 _TURN_START = "turn_start"
 
@@ -160,14 +159,14 @@ def _encoded_reply(
 
 def _rendered_reply(tokenizer: Any, messages: list[dict[str, Any]], template_kwargs: dict[str, Any] | None) -> str:
     """What the chat template writes from the end of the model's turn to the begin of its next one."""
-    spoken = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": _SPOKEN}]
+    spoken = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": PROBE_ANSWER}]
     try:
         text = render_chat(tokenizer, [*spoken, *messages], template_kwargs=template_kwargs)
     except Exception as error:  # a template runs arbitrary code over the messages
         raise UserError(
             f"the chat template refused the reply {_shown(messages)} ({type(error).__name__}: {error})"
         ) from error
-    _, found, rest = text.partition(_SPOKEN)
+    _, found, rest = text.partition(PROBE_ANSWER)
     if not found:
         raise UserError(f"the chat template left out the answer before the reply {_shown(messages)}; reply with a str")
     return rest

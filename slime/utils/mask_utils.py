@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.utils.errors import UserError
-from slime.utils.processing_utils import render_chat, require_chat_template
+from slime.utils.processing_utils import PROBE_ANSWER, render_chat, require_chat_template
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ Conversation = tuple[Messages, list[dict[str, Any]] | None]  # messages, tools
 TokensAndMask = tuple[list[int], list[int]]
 
 _USER = {"role": "user", "content": "probe question"}
-_ANSWER = "probe answer"
 _THINK_OPENER = "<think>\n"
 _TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 
@@ -156,8 +155,8 @@ class MultiTurnLossMaskGenerator:
         two = self.render([_USER, _USER])
         user_turn = two[len(one) :]
         generation_prompt = self.render([_USER], generation_prompt=True)[len(one) :]
-        answer = self.render([_USER, {"role": "assistant", "content": _ANSWER}])[len(one) :]
-        header, found, closer = answer.partition(_ANSWER)
+        answer = self.render([_USER, {"role": "assistant", "content": PROBE_ANSWER}])[len(one) :]
+        header, found, closer = answer.partition(PROBE_ANSWER)
         role_header = os.path.commonprefix([header, generation_prompt]).partition(_THINK_OPENER.strip())[0]
         if not (user_turn and one.endswith(user_turn) and found and role_header and closer):
             raise UserError(

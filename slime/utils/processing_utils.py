@@ -159,8 +159,8 @@ def without_end_mark(response: str) -> str:
     return response[: -len(mark[0])] if mark else response
 
 
-# Words of a dialogue that no template changes.
-_ASKED, _SAID = "question", "probe answer"
+# An answer that is rendered to see what a chat template puts around one: words that no template changes.
+PROBE_ANSWER = "probe answer"
 # Tokens of these texts end an answer in SGLang 0.5.21 wherever a tokenizer has added them.
 _ENDS_OF_ENGINES = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
@@ -202,13 +202,13 @@ def unheard_end(
 def ends_of_turns(tokenizer: Any, template_kwargs: dict[str, Any]) -> dict[int, str]:
     """The special tokens, by id, that follow the model's words in a dialogue: before a further question, and at the end."""
     added, ends = tokenizer.get_added_vocab(), {}
-    dialogue = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
+    dialogue = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": PROBE_ANSWER}]
     for messages in ([*dialogue, dialogue[0]], dialogue):
         try:
             text = render_chat(tokenizer, messages, None, template_kwargs, add_generation_prompt=False)
         except Exception:
             return {}  # The template refuses such a dialogue. It raises whatever its author chose, and says nothing of ends.
-        _, said, behind = text.rpartition(_SAID)
+        _, said, behind = text.rpartition(PROBE_ANSWER)
         found = [(behind.find(special), special) for special in added if said and special in behind]
         if found:
             # Of two that begin at the same place the longer one is the token.
